@@ -103,7 +103,10 @@ class PartFinder:
             self._find()
 
     def part(self, tensor: str) -> BatchPart:
-        """How micro-batches make up a tensor; a parameter or buffer is the same in all of them."""
+        """How the tensor of the whole batch follows from those of its micro-batches; unknown where their rows differ.
+
+        A parameter or buffer is the same in all of them.
+        """
         return self._parts.get(tensor, _SAME) if self.counts.is_alike else UNKNOWN
 
     def counts_rows(self, name: str) -> bool:

@@ -60,7 +60,7 @@ def read_asked(given: Mapping[str, Any], plan: Plan | str | os.PathLike[str] | N
 
 
 def alike_asked(read: Callable[[], Asked], *, has_example: bool) -> Asked:
-    """What was asked; MeshError, on all ranks with one sentence, where a rank was asked something else."""
+    """Reads the options on this rank. Raises MeshError on all ranks if they differ between ranks."""
     found: Asked | Exception
     try:
         found = read()

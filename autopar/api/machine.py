@@ -107,7 +107,7 @@ def hardware_of(
 
 
 def measured_hardware(hardware: Hardware, folder: Path | None) -> tuple[Hardware, tuple[str, ...]]:
-    """Processors that were guessed, with the times of this machine, and a note for the plan.
+    """The guessed figures of processors with launch and message times measured here, and a note for the plan.
 
     Args:
         hardware: the processors of the catalogue.

@@ -221,8 +221,9 @@ def _text(call: fx.Node, end: fx.Node, way: Sequence[fx.Node], tensors: Sequence
         which = "score_mod" if takes_score else "mask_mod"
         raise uncaptured(
             traced_line(call),
-            f"the {which} of flex_attention cannot be written as a program: {error}",
-            "Compute with tensor operators of torch from the indices alone, and read tensors as x[i, j]",
+            f"the {which} of flex_attention cannot be captured: {error}",
+            f"Compute with tensor operators of torch from {'the score and ' if takes_score else ''}the indices alone, "
+            "and read tensors as x[i, j]",
         ) from error
 
 

@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):
                 self._check(x)
         if "c10d" in func.namespace:
             raise self.where.refused(
-                f"communicates ({func})", "Leave communication to the plan: autopar adds what the split needs"
+                f"communicates ({func})", "Remove the collective: autopar inserts the collectives that the plan needs"
             )
         self.draws |= draws_numbers(func, args, kwargs)
         return func(*args, **kwargs)

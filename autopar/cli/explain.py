@@ -66,7 +66,7 @@ def explain_command(
         progress("writing the report")
         page = page_of(found, target, save, has_document=as_json or html is not None, is_verbose=is_verbose)
     if save is not None:
-        assert found.request is not None, "an answer has its request, which names the batch"
+        assert found.request is not None, "an answer of a search keeps its request"
         asked.on(found.request).whole_plan(found.plan).save(save)
     write_files(page, html, trace)
     if as_json:

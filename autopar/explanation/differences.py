@@ -218,7 +218,8 @@ def verdict(a: Side, b: Side) -> str:
     memory = [side.document["memory_bytes"] for side in (a, b)]
     pace = slower(seconds[1], seconds[0])
     more = memory[1] - memory[0]
-    size = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} memory a rank"
+    than = f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    size = f"{than if more else 'the same'} memory a rank"
     steps = f"{format_seconds(seconds[1])} against {format_seconds(seconds[0])} a step"
     return f"{b.name} is {pace} {'as' if pace == 'as fast' else 'than'} {a.name} ({steps}) and takes {size}."
 

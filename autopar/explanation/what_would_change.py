@@ -24,9 +24,9 @@ class Change:
     """The effect of another cluster on the choice.
 
     Attributes:
-        what: such as "twice the bandwidth between nodes".
-        same_seconds: duration of a step of the chosen plan then.
-        best: the setting of the fastest plan that was priced there, in words.
+        what: the change of the cluster, such as "twice the bandwidth between nodes".
+        same_seconds: duration of a step of the chosen plan on that cluster.
+        best: the setting of the fastest plan that was priced on that cluster, in words.
         best_seconds: duration of a step of this plan; the whole search finds one that is at least as fast.
     """
 

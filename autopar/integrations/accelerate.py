@@ -263,10 +263,12 @@ class AutoparAccelerator(Accelerator):
         prepared.when_planned(load)
 
     def _one_model(self) -> PreparedModel:
-        if len(self._models) != 1:
+        if not self._models:
+            raise AutoparError("No model was prepared, so that there is no state: call prepare(model) first.")
+        if len(self._models) > 1:
             raise AutoparError(
-                f"save_state and load_state take one prepared model, but there are {len(self._models)}. Save each with "
-                "autopar.checkpoint.save_checkpoint."
+                f"save_state and load_state take one prepared model, but there are {len(self._models)}. Save and load "
+                "each with save_checkpoint and load_checkpoint of autopar.checkpoint."
             )
         (prepared,) = self._models
         assert isinstance(prepared, PreparedModel)

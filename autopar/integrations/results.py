@@ -31,8 +31,8 @@ def in_float32(value: Any) -> Any:
 class WholeResults(dict[str, Any]):
     """Results by name, as models of transformers return them; those in shards are gathered when they are read.
 
-    A result is read as `results["logits"]`, `results.logits`, or by its position. All ranks read the same ones, for
-    a gather is a collective: `if rank == 0: print(results.logits)` waits for the others.
+    A result is read as `results["logits"]`, `results.logits`, or by its position. All ranks must read the same results,
+    because a read may gather: `if rank == 0: print(results.logits)` waits for the others.
 
     >>> import torch
     >>> results = WholeResults(loss=torch.tensor(2.0), logits=torch.zeros(4, 3))

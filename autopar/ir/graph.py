@@ -255,7 +255,7 @@ class Graph:
         return reaches_all(choice.size, count) or (choice.size > 1 and choice.factor in self.batch)
 
     def can_take(self, name: str, layout: Layout, mesh: Mesh) -> bool:
-        """Whether ops may take or leave a tensor in a layout, and a rank may be given an input in it."""
+        """Whether a layout is legal for a tensor: for the ops that read or write it, and as an input of a rank."""
         tensor = self.tensors[name]
         return can_split(tensor.dims, tensor.factors, layout, mesh, self.batch)
 

@@ -57,7 +57,7 @@ class Repetition:
 
     @classmethod
     def of(cls, graph: Graph) -> Repetition:
-        """Finds the repetition of a graph; in a graph with all layers of the model nothing is repeated."""
+        """Finds which captured blocks stand for several layers; none do in a graph with all layers of the model."""
         blocks = find_blocks(graph)
         groups = tuple(_groups(graph, blocks))
         captured: list[int] = []

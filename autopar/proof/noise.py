@@ -34,7 +34,7 @@ _LARGEST = 2**24  # bound of `random_()` without one: float32 has all whole numb
 
 
 class DrawsFrom(TorchDispatchMode):
-    """Gives every random op that runs inside its numbers from noise, in place of the default generator.
+    """Inside this mode random ops take their numbers from noise, not from the default generator.
 
     Args:
         noise: function that gives the noise of the next op that draws, for the shape of what it draws.

@@ -167,7 +167,7 @@ def _batch_row(each: BatchRow) -> Markup:
     badges = [
         ("of this report", each.is_chosen),
         ("fastest per sample", each.is_fastest),
-        ("largest at once", each.is_largest),
+        ("largest in fewest micro-batches", each.is_largest),
         ("estimate", not each.is_searched),
     ]
     shown = (tag("span", words, class_="badge") for words, holds in badges if holds)

@@ -176,7 +176,7 @@ def test_meshes_without_the_axis_are_searched_too() -> None:
 
 
 def test_unknown_axes_are_refused() -> None:
-    with pytest.raises(AutoparError, match="decompose names the axis 'y', but the axes inside a stage are x"):
+    with pytest.raises(AutoparError, match="decompose names 'y', no axis of a stage: name each of x at most once"):
         explained("y")
 
 

@@ -161,7 +161,7 @@ def test_sentences_and_tables_name_both(found):
     assert "is the largest batch found that fits in 1 micro-batch" in largest
     assert page.notes[0] == fastest and len(page.document["batches"]) == len(found.batches)
     assert f"--batch {found.request.batch} " in page.launch[0]
-    assert "fastest per sample" in to_html(page) and "largest at once" in to_html(page)
+    assert "fastest per sample" in to_html(page) and "largest in fewest micro-batches" in to_html(page)
 
 
 # --- errors

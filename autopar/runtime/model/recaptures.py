@@ -62,8 +62,8 @@ class Recaptures:
         found = self._comparison.gather(own, f"{why} {own}".strip(), remedy, "numbers")
         if len(set(found)) > 1:
             raise StepError(
-                f"The ranks have different numbers in one step: {'; '.join(dict.fromkeys(found))}. Set the same "
-                "ones on every rank."
+                f"Python values of the model differ between ranks: {'; '.join(dict.fromkeys(found))}. Set the same "
+                "values on every rank."
             )
 
     def count(self, difference: ChangedValue, seconds: float) -> None:

@@ -57,7 +57,8 @@ class HeldOptimizer:
         if not is_inside and self._optimizer is not None:
             raise StepError(
                 "An optimizer was attached, but the plan has no schedule that updates parameters inside of a step. "
-                'Leave attach_optimizer out and call optimizer.step() after each step, or ask for schedule="pipedream".'
+                "Leave attach_optimizer out and call optimizer.step() after each step, or ask for such a schedule: "
+                "mesh={'pp': 2}, schedule='pipedream', micro_batches=8."
             )
 
     def step(self) -> None:

@@ -117,7 +117,7 @@ def received(boundary: Boundary, token: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def delivered_from(last: int, token: Tensor, x: Tensor, pipe: Pipe) -> Tensor:
-    """A result on every rank of the pipeline.
+    """Sends a result from one rank to all ranks of the pipeline.
 
     Args:
         last: position of the rank that has it.

@@ -313,12 +313,14 @@ class PlanOptions:
     def _check_decompose(self) -> None:
         names = AXES if self.mesh is None else self.mesh.names
         for axis in self.decompose if self.decompose != AUTO_AXES else ():
-            if axis not in names or axis == PIPELINE_AXIS or self.decompose.count(axis) > 1:
-                raise AutoparError(
-                    f"decompose names the axis {axis!r}, but the axes inside a stage are "
-                    f"{', '.join(name for name in names if name != PIPELINE_AXIS)}: name each of these at most once, "
-                    "or write 'auto' to decompose those where it is predicted to be faster."
-                )
+            inside = [name for name in names if name != PIPELINE_AXIS]
+            if axis in inside and self.decompose.count(axis) == 1:
+                continue
+            what = f"names the axis {axis!r} twice" if axis in inside else f"names {axis!r}, no axis of a stage"
+            raise AutoparError(
+                f"decompose {what}: name each of {', '.join(inside)} at most once, or write 'auto' to decompose those "
+                "where it is predicted to be faster."
+            )
 
     def _check_schedule(self) -> None:
         named, _ = split_recipe(self.recipe)

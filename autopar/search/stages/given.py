@@ -374,7 +374,7 @@ class GivenMesh:
         """
         if math.isfinite(self.faster_than_seconds) and not self._may_keep_all:
             kind = MemoryBoundError if self._may_hold_state else StateError
-            return kind(f"No plan for the mesh {self.request.mesh} keeps all activations.")
+            return kind(f"No plan on the mesh {self.request.mesh} fits into memory without recomputation.")
         try:
             self._flat()
         except SearchError as error:

@@ -90,5 +90,5 @@ def test_ranks_with_other_numbers_are_refused(two_ranks: Ranks, numbers: list[li
     """At the capture that makes it an input, and at any step after it."""
     first, second = (each[-1] for each in numbers)
     for found in two_ranks.run(refused, numbers):
-        assert "The ranks have different numbers in one step" in found
+        assert "Python values of the model differ between ranks" in found
         assert f"model.beta = {first}; model.beta = {second}" in found
