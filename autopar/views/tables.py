@@ -153,9 +153,7 @@ class BatchTable:
     batches: tuple[BatchRow, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        title = (
-            "Batches  (* chosen, + fastest per sample, ^ largest in fewest micro-batches, ~ not searched)"
-        )
+        title = "Batches  (* chosen, + fastest per sample, ^ largest in fewest micro-batches, ~ not searched)"
         table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
         table.add_column("", no_wrap=True)
         for name in ("batch", "step", f"{throughput_of(self.batches[0])[0]} per second", "memory"):

@@ -112,7 +112,8 @@ def questions() -> Iterator[tuple[str, str, str, int]]:
         yield model, cluster, mesh, batch
 
 
-def _tokens(model: str) -> int | None:
+def tokens(model: str) -> int | None:
+    """Tokens of a sequence in the questions about a model; None for images."""
     return {**MODELS, **{each[0]: each[1] for each in MORE}}[model]
 
 
@@ -149,7 +150,7 @@ def ask(model: str, cluster: str, mesh: str, batch: int, count: int) -> Found:
     """Asks a question openly, and with `count` things named; the model is captured once."""
     place = with_eager_runs(find_cluster(cluster))
     asked = Request.on(place, batch=batch, mesh=Mesh.parse(mesh) if mesh else None)
-    question = Question(model, asked, _tokens(model))
+    question = Question(model, asked, tokens(model))
     question.captured(EXPLORED_BATCH)
     start_seconds = time.process_time()
     best, refused = _answer(question, asked)

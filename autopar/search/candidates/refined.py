@@ -148,10 +148,10 @@ def words_of_heads(mesh: Mesh, axis: str, whole: float | None, seconds: float) -
 
 
 def of_given_mesh(graph: Graph, request: Request) -> Finer | None:
-    """The mesh of a request with an axis refined for grouped queries, and the recipes to search on it.
+    """The mesh with one axis split in two for grouped-query attention, and the recipes to try on it.
 
-    None if no axis needs it, or if the request names what lies along the axis: by a pin, or by a recipe other than
-    those of tensor parallelism.
+    None if no axis needs it, if single ranks run ops, or if the request names what is split along it: by a pin, or by
+    a recipe other than those of tensor parallelism.
     """
     mesh, grouping = request.mesh, grouping_of(graph) if request.refines else None
     if mesh is None or grouping is None:

@@ -37,7 +37,9 @@ def check_axes(graph: Graph, mesh: Mesh, recipes: Sequence[Recipe] = ()) -> None
                 if closest
                 else "None of its sizes is above 1."
             )
-            raise MeshError(f"Axis {axis} has size {size}, but no dim of this model has so many parts. {remedy}")
+            raise MeshError(
+                f"Axis {axis} has size {size}, but no dim of this model can be split into {size} parts. {remedy}"
+            )
 
 
 def _closest(size: int, named: Iterable[tuple[str, int]]) -> str:

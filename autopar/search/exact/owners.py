@@ -92,11 +92,15 @@ def on_mesh(
 def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> None:
     """Raises RecipeError unless the ranks of a mesh with vacant places can carry out its recipes."""
     row, asked = mesh.size // mesh.sizes[0], f"The mesh {mesh} has vacant places"
-    if recipes[0].worker is None or mesh.ranks <= row:
+    if recipes[0].worker is None:
         raise RecipeError(
-            f"{asked}, which only the recipe serve supports: along {mesh.names[0]}, its first axis, it takes the "
-            f"recipe serve and more than {row} ranks, and has {recipes[0].name} and {mesh.ranks}. Write "
-            f"recipe={{{mesh.names[0]!r}: 'serve'}}, or give the mesh a rank at every place."
+            f"{asked}, which only the recipe serve supports, but the recipe of {mesh.names[0]}, its first axis, is "
+            f"{recipes[0].name}. Write recipe={{{mesh.names[0]!r}: 'serve'}}, or give the mesh a rank at every place."
+        )
+    if mesh.ranks <= row:
+        raise RecipeError(
+            f"{asked}: its {counted(mesh.ranks, 'rank')} only serve, and none works. Start at least {row + 1} ranks, "
+            "or give the mesh a rank at every place."
         )
     for axis, each in zip(mesh.names[1:], recipes[1:], strict=True):
         if not {0, 3} & {*each.stages} or each.worker is not None:

@@ -390,11 +390,14 @@ class Problem:
         pinned = [choice for choice in allowed if choice.label == label]
         if not pinned:
             why = (
-                f"the recipe {self.recipes[axis].name} leaves it only {', '.join(choice.label for choice in allowed)}"
+                f"the recipe {self.recipes[axis].name} allows only {', '.join(choice.label for choice in allowed)}"
                 if label in [choice.label for choice in legal]
                 else "another axis already splits that factor completely, or only one of the two exchanges its rows"
             )
-            raise RecipeError(f"The pin of {op.name} to {label}@{self.mesh.names[axis]} cannot hold: {why}.")
+            raise RecipeError(
+                f"The pin of {op.name} to {label}@{self.mesh.names[axis]} is refused: {why}. Leave the pin out, or "
+                "name another recipe for the axis."
+            )
         return pinned
 
     def _placed(self, entry: Entry) -> ParameterPlan | None:

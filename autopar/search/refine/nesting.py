@@ -31,7 +31,7 @@ from autopar.pipeline.composed import composed
 from autopar.search.request.connected import connected
 from autopar.search.request.request import Request
 from autopar.search.stages.given import Planned
-from autopar.units import format_seconds
+from autopar.units import counted, format_seconds
 
 _WORTH = 1e-3  # least relative gain for which a plan has orders of its ops
 _Group = Sequence[Op]
@@ -56,8 +56,9 @@ def with_nesting(found: Planned, request: Request) -> Planned:
         return found
     turned = sum(ops[name] != plan.ops[name] for name in ops)
     note = Note(
-        f"{turned} ops nest the axes in another order than the mesh, because conversions are faster in that order: a "
-        f"step takes {format_seconds(price.step_seconds)} in place of {format_seconds(before.step_seconds)}",
+        f"{counted(turned, 'op')} split tensors over the axes in another order than the mesh lists them, which makes "
+        f"collectives faster: a step takes {format_seconds(price.step_seconds)} instead of "
+        f"{format_seconds(before.step_seconds)}",
         "axes",
     )
     return found.priced(replace(plan, ops=ops), price).noted(note)

@@ -234,8 +234,8 @@ def _check_rule(text: str, rule: str, steps: str) -> None:
         return
     if _is_meeting(text):
         raise RecipeError(
-            f"{text!r} is given with the recipes of other axes, but does not name the axis of the replicas. Put "
-            f"the first axis of the mesh before it, such as far:{text}."
+            f"{text!r} is given with the recipes of other axes, but not with the axis whose ranks are the replicas. "
+            f"Write the first axis of the mesh before it: on the mesh dp=4,tp=2, dp:{text}."
         )
     further = " Other numbers of the outer optimizer stand in a plan (docs/replicas.md)."
     if rule == SERVER:

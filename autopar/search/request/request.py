@@ -198,7 +198,11 @@ class Request(PlanOptions):
         depth = dict(mesh.axes).get(PIPELINE_AXIS, 1)
         if self.stages is not None and depth not in self.stages:
             words = ", ".join(map(str, self.stages))
-            raise MeshError(f"The mesh {mesh} has {depth} pipeline ranks, but stages asks for {words}.")
+            has = f"{depth} pipeline ranks" if depth > 1 else f"no axis {PIPELINE_AXIS}"
+            raise MeshError(
+                f"The mesh {mesh} has {has}, but stages asks for {words}: give the mesh {PIPELINE_AXIS}="
+                f"{self.stages[-1]}, or leave stages out."
+            )
         meeting = meeting_of(self.recipe, mesh)
         inside = mesh if meeting is None else mesh_of_replica(mesh, meeting.axis)
         if self.has_stages:

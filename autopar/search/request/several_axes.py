@@ -36,15 +36,15 @@ def by_axis(recipe: Mapping[str, str]) -> dict[str, str]:
     >>> by_axis({"dp": "ddp", "x,y": "2d"})
     {'dp': 'ddp', 'x': 'columns', 'y': 'zero3'}
     """
-    found: dict[str, str] = {}
+    found, asked = dict[str, str](), dict[str, str]()
     for key, name in recipe.items():
         axes = [axis.strip() for axis in key.split(",")]
         for axis, each in zip(axes, _names(name, axes), strict=True):
             if axis in found:
                 raise RecipeError(
-                    f"The axis {axis!r} has two recipes, {found[axis]!r} and that of {key!r}: {name!r}; leave one out."
+                    f"The axis {axis!r} is given two recipes, by {asked[axis]} and by {key!r}: {name!r}; leave one out."
                 )
-            found[axis] = each
+            found[axis], asked[axis] = each, f"{key!r}: {name!r}"
     return found
 
 

@@ -46,6 +46,7 @@ from autopar.ir.note import Note
 from autopar.search.request.connected import connected
 from autopar.search.request.pins import Pinned
 from autopar.search.request.recipe_rows import Recipe
+from autopar.units import counted
 
 _PIN = re.compile(rf"{OWNED}({COUNT}|\*)(@.+)?")
 
@@ -164,9 +165,10 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, str]:
         )
     number, _, name = part.removeprefix(OWNED).partition("@")
     if not name and len(mesh.axes) > 1:
+        long = [f"{part}@{axis}" for axis, size in mesh.axes if number == "*" or int(number) < size]
         raise RecipeError(
-            f"The pin {pattern!r}: {text!r} names no axis, but the mesh {mesh} has {len(mesh.axes)}; write "
-            f"{part}@{mesh.names[-1]}."
+            f"The pin {pattern!r}: {text!r} names no axis, but the mesh {mesh} has {len(mesh.axes)} axes; "
+            f"{'write ' + ' or '.join(long) if long else f'none of them has {int(number) + 1} ranks'}."
         )
     try:
         axis = mesh.index(name) if name else 0
@@ -175,8 +177,8 @@ def _read(part: str, pattern: str, text: str, mesh: Mesh) -> tuple[int, str]:
     name, size = mesh.axes[axis]
     if number != "*" and int(number) >= size:
         raise RecipeError(
-            f"The pin {pattern!r} asks for rank {number} of the axis {name}, but it has {size} ranks, counted from 0; "
-            f"write @0 to @{size - 1}, or give {name} at least {int(number) + 1} ranks."
+            f"The pin {pattern!r} asks for rank {number} of the axis {name}, but it has {counted(size, 'rank')}, "
+            f"counted from 0; write @0@{name} to @{size - 1}@{name}, or give {name} at least {int(number) + 1} ranks."
         )
     return axis, f"{OWNED}{number}"
 

@@ -240,9 +240,9 @@ def test_outputs_are_delivered_without_partial_sums() -> None:
 def test_an_axis_that_divides_nothing_says_which_sizes_are_close() -> None:
     with pytest.raises(MeshError) as error:
         search(mlp(batch=1, width=16, hidden=32), {"x": 29}, hardware=TOY)
-    assert "Axis x has size 29, but no dim of this model has so many parts." in str(error.value)
+    assert "Axis x has size 29, but no dim of this model can be split into 29 parts." in str(error.value)
     assert "32 (f), 16 (d)" in str(error.value)
-    with pytest.raises(MeshError, match=r"so many parts\. None of its sizes is above 1\.$"):
+    with pytest.raises(MeshError, match=r"be split into 2 parts\. None of its sizes is above 1\.$"):
         search(mlp(batch=1, width=1, hidden=1), {"x": 2}, hardware=TOY)
 
 

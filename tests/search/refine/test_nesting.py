@@ -50,7 +50,7 @@ def test_half_of_a_message_goes_between_the_nodes() -> None:
     assert seconds(plan, TWO_NODES, plan.ops) < 0.999 * seconds(plan, TWO_NODES, in_mesh_order(plan).ops)
     turned = [name for name, labels in plan.ops.items() if labels != in_mesh_order(plan).ops[name]]
     assert turned and all("^1" in plan.ops[name][0] for name in turned)
-    (note,) = (note for note in plan.notes if "nest the axes in another order" in note)
+    (note,) = (note for note in plan.notes if "split tensors over the axes in another order" in note)
     assert note.startswith(f"{len(turned)} ops ")
 
 

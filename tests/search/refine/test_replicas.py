@@ -67,7 +67,7 @@ def test_a_recipe_names_replicas_and_the_rest() -> None:
             {"dp": 2},
             "'4:0.9' is not a whole number. Write diloco:4, for example. Other numbers",
         ),
-        ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "does not name the axis of the replicas"),
+        ("diloco:4,dp:ddp", {"far": 2, "dp": 2}, "not with the axis whose ranks are the replicas"),
         ({"far": "local:4", "dp": "zero3"}, {"far": 2}, "names the axis 'dp', but the mesh far=2 has far."),
         ({"dp": "local:4", "pp": "1f1b"}, {"dp": 2, "pp": 2}, "cannot be run together yet"),
         ("local:4", {"pp": 2}, "cannot be run together yet. Take a mesh without the axis pp, such as mesh={'dp': 2}"),

@@ -122,7 +122,7 @@ def test_the_text_of_a_recipe_reads_back() -> None:
         ("dp,tp:zero3", "'zero3' is for a single axis, but 'dp,tp' names 2. Write {'dp': 'zero3', 'tp': 'zero3'}"),
         ("dp:2d", "The recipe '2d' is for 2 axes, but 'dp' names 1. Write recipe={'x,y': '2d'}"),
         ("3d", "The recipe '3d' is for 3 axes, but 'dp,tp' names 2"),
-        ({"dp,tp": "2d", "tp": "ddp"}, "The axis 'tp' has two recipes, 'zero3' and that of 'tp': 'ddp'"),
+        ({"dp,tp": "2d", "tp": "ddp"}, "The axis 'tp' is given two recipes, by 'dp,tp': '2d' and by 'tp': 'ddp'"),
         ("dp:zero1,tp:zero2", "reduces gradients once per step and zero2 on tp per micro-batch"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_pin_against_the_recipe_says_so() -> None:
     assert "norm.weight of shape (32,) is pinned to S(0)@dp, but the recipe dp:ddp" in str(error.value)
     with pytest.raises(RecipeError) as error:
         pinned({"add_*": "d@tp"}, recipe="dp:ddp,tp:tp")
-    assert "the recipe tp leaves it only -, +0+1" in str(error.value)
+    assert "the recipe tp allows only -, +0+1" in str(error.value)
 
 
 # --- what depends on no parameter
