@@ -160,7 +160,7 @@ class SimulatedStep(ExecutedStep):
             self._updates(rank),
             _leaf("waiting for other stages", "seconds", idle, f"rank {rank}, the busiest"),
             _leaf("once a step", "seconds", max(self.once_seconds), "gathers, reductions, optimizer"),
-            _leaf("fixed", "seconds", self.software.step_seconds),
+            _leaf("fixed", "seconds", self._fixed_seconds),
         )
         return _sum("step", "seconds", parts, "simulated")
 

@@ -147,6 +147,12 @@ def test_trees_are_sums(e: Explanation) -> None:
     assert e.memory.part("reserved").value == 1000
 
 
+def test_the_time_of_a_measured_machine_is_a_sum_too(searched: PipelineFound) -> None:
+    """What the runtime takes for each step was measured with the machine."""
+    step = SimulatedStep(GRAPH, searched.plan, replace(MACHINE, step_seconds=1e-3))
+    assert step.time.value == pytest.approx(step.seconds)
+
+
 def test_time_by_hand(e: Explanation) -> None:
     """A rank computes what its stage costs, once for every micro-batch."""
     step = e.simulated

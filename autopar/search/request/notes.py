@@ -230,7 +230,7 @@ def unruled_lines(graph: Graph, plan: Plan, hardware: Hardware) -> tuple[str, ..
         for each in found
     )
     return (
-        "no rule says how to split these ops, so every rank runs them whole (cost estimated from the bytes read and "
+        "no rule covers these calls, so every rank runs them whole (cost estimated from the bytes read and "
         f"written): {kinds}",
     )
 
