@@ -136,7 +136,7 @@ def test_what_pins_name_counts_for_the_balance() -> None:
 @pytest.mark.parametrize(
     ("pins", "options", "message"),
     [
-        ({"a": "@2"}, {}, r"asks for rank 2 of the axis dp, but it has 2 ranks, .* @0@dp to @1@dp, or give dp at least 3"),
+        ({"a": "@2"}, {}, r"rank 2 of the axis dp, but it has 2 ranks, .* @0@dp to @1@dp, or give dp at least 3"),
         ({"c": "@0"}, {}, r"'c' matches no submodule and no op of the model; the 8 submodules"),
         ({"a": "@0", "*": "@1"}, {}, r"'a' \(@0@dp\) and '\*' \(@1@dp\) both match linear"),
         ({"a": "@0"}, {"mesh": {"dp": 1, "tp": 2}}, "but the mesh dp=1,tp=2 has 2 axes; write @0@dp or @0@tp"),
