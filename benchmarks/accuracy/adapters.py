@@ -3,7 +3,9 @@
     y = x W^T + (x A^T) B^T
 
 NeMo puts them beside the products into and out of attention (`LoRA.target_modules` at 02a0e6a: linear_qkv and
-linear_proj), and so does MLPerf's benchmark of Llama 2 70B, with rank 16.
+linear_proj), and so does MLPerf's benchmark of Llama 2 70B, with rank 16 (mlcommons/training_results_v4.0, NVIDIA's
+llama2_70b_lora: `target_modules` and `adapter_dim` of conf/megatron_gpt_peft_tuning_config.yaml). Its dropout is left
+out.
 """
 
 from __future__ import annotations

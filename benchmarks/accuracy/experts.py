@@ -119,7 +119,7 @@ def choice_of(row: Row, zero_stage: int, sequence_parallel: bool, repeats: tuple
     recipes = {"dp": ZERO[zero_stage], "cp": "auto", "tp": "tp+sp" if sequence_parallel else "tp"}
     used = {name: size for name, size in sizes.items() if size > 1}
     schedule = ("interleaved" if row.chunks > 1 else "1f1b") if row.pp > 1 else ""
-    replaced = {"cp": cp > 1, "sac": row.recompute.startswith("selective")}
+    replaced = {"cp": cp > 1, "sac": row.recompute.startswith(("selective", "modules"))}
     return Choice(
         ",".join(f"{name}={size}" for name, size in used.items()),
         ",".join(f"{name}:{recipes[name]}" for name in used if name in recipes) or "auto",

@@ -79,10 +79,18 @@ NEMO = Framework(
         logit_bytes=8,
         bucket_bytes=80e6,
         bucket_bytes_per_rank=2e6,
+        loops_over_experts=True,
+        hides_in_products=0.7,
     ),
     narrow_state=MIXED,
     sequence_parallel=True,
 )
+
+# Recipes of Megatron-Bridge v0.2.0 to v0.6.0: all add gradients up in bfloat16 (`grad_reduce_in_fp32 = False`), and
+# those of mixtures have `moe_flex_dispatcher_backend` "deepep" or "hybridep".
+BRIDGE = replace(NEMO, training_state=MIXED, traits=replace(NEMO.traits, sends_once=True))
+TITAN = Framework("torchtitan", "llama", AUTOCAST, zero_stage=3)
+COMPILED_TITAN = replace(TITAN, traits=Traits(logit_bytes=4))
 
 # By the first word of `framework`, or of `source`, that matches; None for one that is not described.
 FRAMEWORKS: Mapping[str, Framework | None] = MappingProxyType(
@@ -112,7 +120,13 @@ FRAMEWORKS: Mapping[str, Framework | None] = MappingProxyType(
             zero_stage=3,
             traits=Traits(logit_bytes=4),
         ),
-        "torchtitan": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # Where torchtitan compiles the model, it compiles the loss, too (since bbb1b61, `components/loss.py`): logits
+        # and their gradient in bfloat16. The configurations of nvfp4.md take the loss in eight parts instead (b5bcd76,
+        # `ChunkedLossWrapper` of `llama3_8b`), each as torch does: 16 bytes for each logit of a part.
+        "torchtitan + torchao": COMPILED_TITAN,
+        "torchtitan mxfp8.md": COMPILED_TITAN,
+        "torchtitan nvfp4.md": replace(COMPILED_TITAN, traits=Traits(logit_bytes=2)),
+        "torchtitan": TITAN,
         # Everything in bfloat16: on one GPU 8.03e9 parameters take 80.7 GB, so that there are no float32 masters.
         "KempnerForge": Framework("torchtitan", "llama", FULL, zero_stage=3, sequence_parallel=True),
         # Parameters in float32, cast to bfloat16, and torch's loss (bf0e6d3, FSDP with mixed precision).
@@ -128,7 +142,10 @@ FRAMEWORKS: Mapping[str, Framework | None] = MappingProxyType(
         "maxtext": None,
         # With 512 tokens its products alone would have to run above the peak, if attention kept its weights.
         "PyTorch DDP": Framework("apex", "bert", MIXED),
-        "AutoModel": Framework("torchtitan", "llama", AUTOCAST, zero_stage=3),
+        # Built in bfloat16, which is what "auto" means (36044ad, `_transformers/auto_model.py`), so that its states are
+        # in it, too; the loss is torch's in that format (`fp32_upcast: false`): logits, their log-softmax and gradient.
+        # Its kernels are those of Transformer Engine (`attn: te`, `linear: te`), as NeMo's (`dispatcher: deepep`).
+        "AutoModel": Framework("nemo", "llama", FULL, zero_stage=3, traits=Traits(logit_bytes=6, sends_once=True)),
         # Qi et al. 2023, section 5.1: every layer is a chunk. The vocabulary is that of the tokenizer of
         # their example, and what the printed numbers of parameters leave for an embedding; dropout and
         # gradients added by the products themselves are defaults of Megatron-LM.
@@ -146,6 +163,9 @@ FRAMEWORKS: Mapping[str, Framework | None] = MappingProxyType(
         "Megatron-LM": Framework(
             "megatron-lm", "gpt", MIXED, pads_vocab=True, flash=False, traits=Traits(scatters=True, repeats_layers=True)
         ),
+        "perf summary 25.11": BRIDGE,
+        "perf summary 26.": BRIDGE,
+        "Megatron-Bridge performance studies": BRIDGE,
         "NeMo": NEMO,
         "Megatron-Bridge": NEMO,
         # SimuMax's runs of Megatron-Core: float32 gradients and masters, and overlap turned off (its release notes).

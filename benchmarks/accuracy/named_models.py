@@ -1,6 +1,8 @@
-"""Sizes that a model's name tells where a table leaves them out, each with where they are printed.
+"""What the names in a row tell where a table leaves it out, each with where it is printed.
 
-The first pattern that a name matches decides. Sizes that a row has are kept, so that a shortened model stays short.
+Of sizes of models, the first pattern that a name matches decides. Sizes that a row has are kept, so that a shortened
+model stays short. Configurations of runs stand in the files that the makers publish beside their tables; all that match
+count, the last first, and count more than the row, whose layout may be a guess from another file.
 """
 
 from __future__ import annotations
@@ -117,6 +119,48 @@ NAMED: Mapping[str, Transformer] = MappingProxyType(
     }
 )
 
+# "source | address | model | GPU | GPUs | precision | ZeRO stage" -> columns of a table, and what tables have no column
+# for: "host_layers", layers whose saved activations lie on the host; "expert_overlap", whether rows go to experts and
+# back beside the compute of another micro-batch; "graph", whether the whole step is one CUDA graph.
+# Megatron-Bridge: containers 25.11, 26.02, 26.04 and 26.06 have its versions v0.2.0, v0.3.0, v0.4.2 and v0.5.1 with
+# `scripts/performance/configs/*/*workload_base_configs.py`, and 26.08 has v0.6.0 with `perf_recipes`.
+RECIPES: tuple[tuple[str, Mapping[str, str]], ...] = (
+    # NeMo AutoModel at 36044ad, examples/llm_benchmark: `activation_checkpointing`, `ep_size` of the linked files.
+    (r"automodel.*\| (deepseek|kimi|qwen3 moe|qwen2\.5 32b)", {"recompute": "full"}),
+    (r"automodel.*\| gpt-oss 120b", {"ep": "64"}),
+    (r"automodel.*\| gpt-oss 20b", {"ep": "8"}),
+    # `recompute_modules`
+    (r"bridge.* (25\.11|26\.\d+).*\| (deepseek ?v3|kimi)", {"recompute": "modules mla_up_proj"}),
+    (r"bridge.* (25\.11|26\.\d+).*\| (deepseek ?v3|kimi).*\| h100", {"recompute": "modules mla_up_proj mlp"}),
+    (r"bridge.* 25\.11.*\| deepseek ?v3.*\| gb300", {"recompute": "modules moe_act"}),
+    (r"bridge.* 26\.04.*\| deepseek ?v3.*\| gb200.*fp8", {"recompute": "modules mlp"}),
+    (r"bridge.* 26\.0[68].*\| deepseek ?v3.*\| gb300.*mxfp8", {"recompute": ""}),
+    (r"bridge.*\| gpt oss 120b.*\| (gb200|b200|h100).*bf16", {"recompute": "modules layernorm moe_act"}),
+    (r"bridge.* 25\.11.*\| gpt oss 120b.*\| h100", {"micro_batch": "1", "grad_accum": ""}),
+    # `moe_a2a_overlap`, and full-iteration graphs with it
+    (r"bridge.* 26\.0[68].*mxfp8", {"expert_overlap": "yes", "graph": "yes"}),
+    (r"bridge.* (25\.11|26\.).*\| qwen3.235b.*\| h100", {"expert_overlap": "yes"}),
+    (r"bridge.* (25\.11|26\.02).*\| qwen3.30b.*\| h100", {"expert_overlap": "yes"}),
+    (r"bridge.* 25\.11.*\| (deepseek ?v3.*\| h100|qwen3.235b.*\| b200)", {"expert_overlap": "yes"}),
+    (r"bridge.* 26\.02.*\| qwen3.235b.*\| b300", {"expert_overlap": "yes"}),
+    (r"bridge.* 26\.04\.01.*\| deepseek ?v3.*\| b200", {"expert_overlap": "yes"}),
+    # NeMo at 06c0e70, scripts/performance/recommended_model_configs/model_configs_gb200.csv.
+    (r"(25\.07|25\.09).*\| llama3\.1.405b.*\| gb200.*fp8.*\| zero 3", {"host_layers": "95"}),
+    # mlcommons/training_results_v4.1, v5.0, v5.1: every log of these runs with 8 sequences a step, on 8 H200 and on 32
+    # H100, has `gradient_accumulation_steps` 2. NVIDIA's and Supermicro's file for 8 H200 is
+    # config_DGXH200_1x8x2xtp1pp1cp2.sh, and QCT's config_D74H-7U.sh has the same; Dell's log of v5.1 has
+    # tensor_model_parallel_size 2. With H100 every file of Dell and NVIDIA has tp=4, which leaves cp=2.
+    (
+        r"mlperf training (v4\.1.*g593|v5\.[01].*(dell|qct|quanta|supermicro)).*lora.*\| h200 sxm 141gb \| 8 \|",
+        {"tp": "1", "cp": "2", "dp": "4", "micro_batch": "1", "grad_accum": "2"},
+    ),
+    (r"mlperf training v5\.1.*1xxe9680lx8h200", {"tp": "2", "cp": "1", "dp": "4"}),
+    (
+        r"mlperf training v4\.1.*4xxe9680x8h100",
+        {"tp": "4", "cp": "2", "dp": "4", "micro_batch": "1", "grad_accum": "2"},
+    ),
+)
+
 # Layers with a state space (Mamba) between those with attention, which none of our models has.
 _STATE_SPACES = re.compile(r"nemotron.?(h\b|3|v3)|mamba|jamba")
 _MIXTURE = re.compile(r"(\d+) experts top-(\d+)")
@@ -125,6 +169,17 @@ _MIXTURE = re.compile(r"(\d+) experts top-(\d+)")
 def has_state_spaces(name: str) -> bool:
     """Whether layers of the model keep a state instead of attending."""
     return bool(_STATE_SPACES.search(_plain(name)))
+
+
+def recipe(text: Mapping[str, str]) -> dict[str, str]:
+    """What the configuration that a row's names lead to tells, by columns."""
+    names = ("source", "source_ref", "model", "gpu", "n_gpus", "precision")
+    plain = _plain(" | ".join(text.get(name, "") for name in names) + f" | zero {text.get('zero_stage', '')}")
+    found: dict[str, str] = {}
+    for pattern, columns in RECIPES:
+        if re.search(pattern, plain):
+            found |= columns
+    return found
 
 
 def named_model(name: str) -> Transformer | None:

@@ -29,7 +29,7 @@ from autopar.search import search
 from benchmarks.accuracy.adapters import RANK, with_adapters
 from benchmarks.accuracy.rows import Row, Skip
 from benchmarks.accuracy.simulated import CLOSED, Simulated
-from benchmarks.accuracy.traits import USUAL, Traits, applied, data_ranks, every_second_product
+from benchmarks.accuracy.traits import USUAL, Traits, applied, data_ranks, recomputed
 
 CAPTURED_LAYERS = 3
 # Every size that a symbol stands for differs from all others, so that it tells which factor is which. Products of
@@ -84,7 +84,6 @@ class Shape:
         sequence_parallel: whether tensor-parallel ranks split the sequence between their regions.
         training_state: bytes that training keeps for each parameter.
         traits: habits of the runtime.
-        recomputes_ops: whether single ops are recomputed, as torchtitan's policy by op does.
         ring: whether ranks share sequences out (context parallelism).
     """
 
@@ -93,7 +92,6 @@ class Shape:
     sequence_parallel: bool
     training_state: TrainingState
     traits: Traits = USUAL
-    recomputes_ops: bool = False
     ring: bool = False
 
     @property
@@ -137,7 +135,7 @@ def expressions_of(shape: Shape) -> Expressions:
         fused=traits.fused,
         regathers=traits.regathers,
         bucket_bytes=traits.bucket(),
-        selected=every_second_product(graph, plan) if shape.recomputes_ops else None,
+        selected=recomputed(graph, plan, traits),
     )
     return applied(_vocabulary_parallel(found), traits)
 
@@ -236,7 +234,7 @@ def step_of(rows: Sequence[Row], shape: Shape, recompute: str, hardware: Hardwar
     """The priced steps of rows that share a shape, with an array over the rows for every figure."""
     expressions = expressions_of(shape)
     cuts = Cuts(*np.array([cuts_of(row, shape.traits.balances) for row in rows], dtype=float).T)
-    values = _columns([_sizes(row, shape.family) | _links(row, hardware) for row in rows])
+    values = _columns([_sizes(row, shape.family) | _links(row, hardware, shape.traits) for row in rows])
     found = expressions.at(**machine_values(expressions.machine, hardware), **values)
     run = Run(
         values["micro_batches"],
@@ -326,13 +324,26 @@ def axes_of(row: Row) -> dict[str, int]:
     return {"dp": row.dp // beyond, "cp": 1, "ep": beyond, "tp": row.tp}
 
 
-def _links(row: Row, hardware: Hardware) -> dict[str, float]:
+def _links(row: Row, hardware: Hardware, traits: Traits) -> dict[str, float]:
     """Links of the axes on the machine; stages are the slowest axis."""
     mesh = Mesh((("pp", row.pp), *axes_of(row).items()))
     values: dict[str, float] = {}
     for position, name in enumerate(mesh.names):
         values |= link_values(hardware.link(mesh, position), name)
+    if traits.sends_once and row.experts is not None:
+        values["exchange_gain_ep"] /= _sent_share(row, hardware)
     return values | {"crosses": float(row.pp > 1 and row.n_gpus > hardware.devices_per_node)}
+
+
+def _sent_share(row: Row, hardware: Hardware) -> float:
+    """Share of a token's copies that are sent where each place gets one: of n places, its k experts are on
+    n (1 - (1 - 1/n)^k), if they are chosen evenly. A place is a rank, or a node where experts are on several.
+    """
+    assert row.experts is not None, "a model without experts sends nothing"
+    ranks, visits = axes_of(row)["ep"], row.experts.experts_per_token
+    nodes = ranks * row.tp / hardware.devices_per_node
+    places = nodes if nodes > 1 else ranks
+    return places * (1 - (1 - 1 / places) ** visits) / visits
 
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:

@@ -12,7 +12,8 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.models import Transformer
 from autopar.models.description import LLAMA
-from benchmarks.accuracy.named_models import has_state_spaces, mixture, named_model, sizes_of
+from benchmarks.accuracy.named_models import has_state_spaces, mixture, named_model, recipe, sizes_of
+from benchmarks.accuracy.traits import EVERY_SECOND_PRODUCT
 
 NEEDED = ("model", "seq_len", "gpu", "n_gpus", "framework")
 
@@ -31,7 +32,8 @@ class Row:
     Attributes are the columns of the file; what a table leaves out has the neutral value, or None.
     `chunks` is 0 for an interleaved schedule whose chunks are not told. Ranks of context parallelism (`cp`) and of
     expert parallelism (`ep`) are counted in `dp`; those of the latter may be ranks of `tp`, too. `experts` is the model
-    that has them, of which `ffn` is not that of an expert. `trains` is "all", or "adapters" beside frozen weights.
+    that has them, of which `ffn` is not that of an expert. `host_layers`, `expert_overlap` and `graph` are what
+    `named_models.RECIPES` tells. `trains` is "all", or "adapters" beside frozen weights.
     `assumed` is what the row leaves out, and its price takes for it.
     """
 
@@ -73,6 +75,9 @@ class Row:
     ep: int = 1
     experts: Transformer | None = None
     trains: str = "all"
+    host_layers: int = 0
+    expert_overlap: bool = False
+    graph: bool = False
     assumed: tuple[str, ...] = ()
 
     @property
@@ -105,19 +110,23 @@ class Row:
         return not self.precision and self.source.startswith("MLPerf Training")
 
     @property
-    def recomputes_ops(self) -> bool:
-        """Whether single ops are recomputed, by torchtitan's policy, its usual one where a row tells none."""
+    def recomputes(self) -> tuple[str, ...]:
+        """Modules whose results are recomputed, or torchtitan's policy by op, its usual one where a row tells none."""
+        if self.recompute.startswith("modules"):
+            return tuple(self.recompute.split()[1:])
         is_selective = self.recompute.startswith("selective") or not self.recompute
-        return is_selective and "torchtitan" in self.framework.lower() and "layer" not in self.recompute
+        is_titan = "torchtitan" in self.framework.lower() and "layer" not in self.recompute
+        return (EVERY_SECOND_PRODUCT,) if is_selective and is_titan else ()
 
     @property
     def stand_ins(self) -> tuple[str, ...]:
         """What the price of the row takes in place of what ran."""
-        is_selective = self.recompute.startswith("selective") and not self.recomputes_ops
+        is_selective = self.recompute.startswith("selective") and not self.recomputes
         replaced = {
             "context parallelism as data parallelism": self.cp > 1 and self.experts is not None,
             "selective recomputation as none": is_selective,
             "a format that is not told as FP8": self.hides_format,
+            "activations that lie on the host as moved for nothing": self.host_layers > 0,
         }
         return (*(name for name, is_replaced in replaced.items() if is_replaced), *self.assumed)
 
@@ -223,13 +232,16 @@ def parse(fields: Mapping[str, str]) -> Row:
         ep=_whole(text, "ep") or 1,
         experts=_experts(text, hidden, layers, heads),
         trains="adapters" if "lora" in f"{text['model']} {text.get('notes', '')}".lower() else "all",
+        host_layers=_whole(text, "host_layers") or 0,
+        expert_overlap=_yes(text.get("expert_overlap", "")) is True,
+        graph=_yes(text.get("graph", "")) is True,
         assumed=tuple(assumed),
     )
 
 
 def _completed(text: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The columns with the sizes that the name of a known model tells, and what is assumed for others."""
-    found, assumed = dict(text), list[str]()
+    """The columns with what the names of the model and the run tell, and what is assumed for others."""
+    found, assumed = {**text, **recipe(text)}, list[str]()
     if known := named_model(text["model"]):
         found |= {name: value for name, value in sizes_of(known) if not text.get(name)}
         if "modalities" in text["model"].lower():
