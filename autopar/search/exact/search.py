@@ -161,6 +161,11 @@ class MeshSearch:
             raise _too_uneven(needed, memory_bytes, problem)
         return spread
 
+    @property
+    def flat_seconds(self) -> float:
+        """Seconds of the fastest step without a bound on memory."""
+        return self.within(None).cost.seconds
+
     def exceeds(self, memory_bytes: int) -> bool:
         """Whether every plan takes more memory than this, so that `within` would raise SearchError."""
         return self.problem.least_bytes > memory_bytes

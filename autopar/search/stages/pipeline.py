@@ -173,7 +173,8 @@ class _Search:
         for seconds, under in inside.named():
             # A recipe may contradict the pins, or split nothing, and then no plan is one under it.
             with suppress(RecipeError, SearchError):
-                if seconds < self.ranks * self.found.best_seconds and self._may_hold_state(under):
+                limit_seconds = self.ranks * self.found.best_seconds
+                if seconds < limit_seconds and self._may_hold_state(under) and under.flat_seconds < limit_seconds:
                     self._price_under(under)
 
     def _price_under(self, recipe: MeshSearch) -> None:
