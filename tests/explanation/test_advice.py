@@ -24,6 +24,7 @@ from autopar.explanation.pages import page_of
 from autopar.explanation.remedies import _clusters, _offloaded
 from autopar.explanation.what_would_change import faster_clusters, larger_memories
 from autopar.ir import Mesh
+from autopar.ir.plan import recipe_in_use
 from autopar.pipeline.composed import composed
 from autopar.planning.planning import are_given_by_micro_batches, search_step
 from autopar.search.candidates.settings import PricedCandidate
@@ -353,7 +354,8 @@ def test_the_host_is_tried_in_the_setting_as_asked_before_all_others(question, a
     assert options == (
         "--offload"
         if not fits_here
-        else f"--mesh {mesh} --recipe {asked[0].recipe} --micro-batches {asked[0].micro_batches} --offload"
+        else f"--mesh {mesh.used} --recipe {recipe_in_use(asked[0].recipe, mesh)} "
+        f"--micro-batches {asked[0].micro_batches} --offload"
     )
 
 

@@ -133,8 +133,8 @@ def test_one_server_of_four_ranks_holds_all_states_and_the_bytes_are_a_mean_over
 @pytest.mark.parametrize(
     ("mesh", "recipe", "says"),
     [
-        ("ps=2,dp=3 of 4", "dp:ddp", "it takes the recipe serve"),
-        ("ps=2,dp=3 of 3", "ps:serve,dp:ddp", "and more than 3 ranks, and has serve and 3"),
+        ("ps=2,dp=3 of 4", "dp:ddp", "which only the recipe serve supports"),
+        ("ps=2,dp=3 of 3", "ps:serve,dp:ddp", "Start at least 4 ranks"),
         ("ps=2,dp=3 of 4", "ps:serve,dp:zero1", "zero1 of the axis dp stores parts"),
     ],
 )

@@ -99,8 +99,9 @@ def _check_vacancy(mesh: Mesh, recipes: Sequence[Recipe], alone: LonePins) -> No
         )
     if mesh.ranks <= row:
         raise RecipeError(
-            f"{asked}: its {counted(mesh.ranks, 'rank')} only serve, and none works. Start at least {row + 1} ranks, "
-            "or give the mesh a rank at every place."
+            f"{asked}: along {mesh.names[0]} some ranks work and others serve, each kind on up to {row} places, but "
+            f"there are only {counted(mesh.ranks, 'rank')}. Start at least {row + 1} ranks, or give the mesh a rank at "
+            "every place."
         )
     for axis, each in zip(mesh.names[1:], recipes[1:], strict=True):
         if not {0, 3} & {*each.stages} or each.worker is not None:
