@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.rules.notation import line
 from autopar.rules.spec import Call, Dim, Letters, Local, RuleDoesNotApply, Spec, aten_ops, plain, run_as_is
+from autopar.rules.views import FIRST
 
 aten = torch.ops.aten
 
@@ -280,6 +281,36 @@ def filled_in_order(call: Call) -> Spec:
     return line(f"{of_x} d, {of_x} d, {of_source} d -> {of_x} d")(call)
 
 
+def segmented(call: Call) -> Spec:
+    """segment_reduce: `b.. n! d.., b.. m! -> b.. m! d..`. Rows meet in their segments, samples and columns do not."""
+    if len(call.operands) != 2:
+        raise RuleDoesNotApply("segments by lengths, or by offsets")
+    data, segments = call.operands
+    axis = segments.ndim - 1
+    letters, sizes = plain(data.shape)
+    whole = {*letters[axis]}
+
+    def counted(count: int, name: str) -> Dim:
+        """The letter of the dim that counts segments: by offsets there is one more than results."""
+        if count == 1:
+            return ()
+        sizes[name] = count
+        whole.add(name)
+        return (name,)
+
+    bounds = counted(segments.shape[axis], "s" if call["offsets"] is None else "o")
+    found = counted(call.results[0].shape[axis], "s")
+    adds = call["reduce"] in ("sum", "mean") and call["initial"] is None
+    return Spec(
+        (letters, (*letters[:axis], bounds)),
+        ((*letters[:axis], found, *letters[axis + 1 :]),),
+        sizes,
+        whole=frozenset(whole),
+        linear=FIRST if adds else (),
+        flops=data.numel(),
+    )
+
+
 def one_hot(call: Call) -> Spec:
     """one_hot: the new dim stays whole."""
     if call["num_classes"] < 0:
@@ -305,5 +336,6 @@ RULES: dict[str, Callable[[Call], Spec]] = {
     "aten._unsafe_index": index,
     "aten.searchsorted": searched,
     "aten.embedding_bag": bagged,
+    "aten.segment_reduce": segmented,
     "aten.masked_scatter": filled_in_order,
 }

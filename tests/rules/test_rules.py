@@ -17,6 +17,11 @@ def ids(high, *shape):
     return torch.arange(torch.Size(shape).numel()).reshape(shape) * 7 % high
 
 
+def pooled(x, reduce, axis=0, **segments):
+    places = {name: torch.tensor(numbers) for name, numbers in segments.items()}
+    return torch.segment_reduce(x, reduce, **places, axis=axis, unsafe=True)
+
+
 SAMPLES = [
     ("aten.linear", F.linear, rand(2, 4, 6), rand(8, 6), rand(8)),
     ("aten.linear", F.linear, rand(4, 6), rand(8, 6)),
@@ -162,6 +167,8 @@ SAMPLES = [
         rand(3, 6),
         torch.tensor([[1, 0, 0, 1], [0, 1, 0, 0]], dtype=torch.bool),
     ),
+    ("aten.segment_reduce", lambda x: pooled(x, "mean", lengths=[3, 1, 4]), rand(8, 6)),
+    ("aten.segment_reduce", lambda x: pooled(x, "max", offsets=[[0, 3, 8], [0, 4, 8]], axis=1), rand(2, 8, 6)),
     ("aten._weight_norm", lambda v, g: torch._weight_norm(v, g), rand(4, 2, 6), rand(4, 1, 1)),
     ("aten.affine_grid_generator", lambda x: F.affine_grid(x, [4, 2, 3, 5], False), rand(4, 2, 3)),
     (
