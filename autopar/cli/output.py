@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 from autopar.models.importing import staying
 from autopar.search.request.request import Progress
 from autopar.units import printable
-from autopar.views import Page, gantt, write_html, write_trace
+from autopar.views import Page, write_html, write_trace
 from autopar.views.terminal import Screen
 
 _QUIET_SECONDS = 5.0  # a command that takes no longer writes nothing but its result
@@ -74,8 +74,7 @@ def write_files(page: Page, html: Path | None, trace: Path | None) -> None:
         write_html(page, html)
         _wrote(html)
     if trace is not None:
-        # The events of a page are those of the closed form, in which all stages are alike.
-        write_trace(gantt.events(page.simulation) if page.simulation else page.events, trace)
+        write_trace(page.trace, trace)
         _wrote(trace)
 
 

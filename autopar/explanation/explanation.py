@@ -230,6 +230,11 @@ class Explanation(PlanCost, JupyterMixin):
         run = replace(self.run, chunks=plan.pipeline.chunks) if plan.pipeline else self.run
         return replace(changed, plan=plan, cluster=cluster, run=run, overrides=self.overrides, built=None)
 
+    @property
+    def trace(self) -> tuple[Event, ...]:
+        """The predicted step for `--trace`: with pipeline stages that of all ranks, else that of one."""
+        return self.simulated.events if self.simulated else self.events()
+
     def events(self) -> tuple[Event, ...]:
         """The predicted step as a timeline, with one lane for compute and one for communication along each axis."""
         return timeline(self.step)

@@ -77,6 +77,7 @@ def _page(explanation: Explanation, title: str) -> Page:
         time=explanation.time,
         traffic=explanation.traffic,
         events=explanation.events(),
+        trace=explanation.trace,
         simulation=explanation.simulation,
         stages=explanation.simulated.stages if explanation.simulated else (),
         candidates=explanation.candidates,

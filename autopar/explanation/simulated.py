@@ -16,7 +16,7 @@ from typing import Literal
 
 import sympy
 
-from autopar.cost_model.breakdown import Breakdown, Unit
+from autopar.cost_model.breakdown import Breakdown, Event, Unit
 from autopar.cost_model.items import COMPUTE, WorkItem
 from autopar.cost_model.memory import Selected
 from autopar.cost_model.steps.run import Run, total
@@ -30,6 +30,7 @@ from autopar.pipeline.simulation import StageCosts
 from autopar.pipeline.stage_bytes import KEPT
 from autopar.search.stages.shape import Shape
 from autopar.units import counted
+from autopar.views import gantt
 from autopar.views.page import StageRow
 
 Direction = Literal["forward", "backward"]
@@ -146,6 +147,14 @@ class SimulatedStep(ExecutedStep):
     def _numel(self, name: str) -> int:
         tensor = self.graph.tensors[self.graph.parameters[name]]
         return math.prod(tensor.shape)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The schedule, and behind it what each rank does once a step; the last event ends when the step does."""
+        end_seconds, what = self.simulation.step_seconds, "gathers, reductions, optimizer"
+        once = (Event(f"rank {rank}", what, end_seconds, seconds) for rank, seconds in enumerate(self.once_seconds))
+        fixed = Event("rank 0", "fixed", end_seconds + max(self.once_seconds), self._fixed_seconds)
+        return *gantt.events(self.simulation), *(each for each in (*once, fixed) if each.duration_seconds)
 
     # --- trees
 

@@ -162,7 +162,8 @@ class Page:
         memory_bound_bytes: what a rank may use.
         time: duration of a step, by part.
         traffic: bytes sent by a rank in a step.
-        events: the predicted step, in any order.
+        events: the predicted step on one rank, in any order; with stages by the closed form, in which all are alike.
+        trace: the predicted step as a trace has it; with stages on all ranks.
         simulation: the step of all pipeline ranks, action by action; None without stages.
         stages: one row for every pipeline stage.
         candidates: ways to run the model, among them the chosen one.
@@ -187,6 +188,7 @@ class Page:
     time: Breakdown
     traffic: Breakdown
     events: tuple[Event, ...] = ()
+    trace: tuple[Event, ...] = ()
     simulation: Simulation | None = None
     stages: tuple[StageRow, ...] = ()
     candidates: tuple[Candidate, ...] = ()

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost_model import find_cluster
-from autopar.cost_model.breakdown import Event
 from autopar.cost_model.machines.software import with_eager_runs
 from autopar.errors import AutoparError
 from autopar.explanation.advice import Question
 from autopar.explanation.explanation import Explanation
 from autopar.ir import Mesh
 from autopar.search.request.request import Request
-from autopar.views import gantt
 from benchmarks.site.gallery import QUESTIONS
 from benchmarks.speed.bench_search_quality import questions, tokens
 
@@ -83,5 +81,4 @@ def _shown(found: Explanation) -> Answer:
 
 def _end_seconds(found: Explanation) -> float:
     """Where the last event of the timeline ends, as `explain --trace` writes it."""
-    events: tuple[Event, ...] = gantt.events(found.simulation) if found.simulation else found.events()
-    return max(each.start_seconds + each.duration_seconds for each in events)
+    return max(each.start_seconds + each.duration_seconds for each in found.trace)

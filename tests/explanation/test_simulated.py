@@ -151,6 +151,12 @@ def test_the_time_of_a_measured_machine_is_a_sum_too(searched: PipelineFound) ->
     """What the runtime takes for each step was measured with the machine."""
     step = SimulatedStep(GRAPH, searched.plan, replace(MACHINE, step_seconds=1e-3))
     assert step.time.value == pytest.approx(step.seconds)
+    assert max(each.start_seconds + each.duration_seconds for each in step.events) == pytest.approx(step.seconds)
+
+
+def test_the_trace_ends_when_the_step_does(e: Explanation) -> None:
+    assert max(each.start_seconds + each.duration_seconds for each in e.trace) == pytest.approx(e.step_seconds)
+    assert {each.lane for each in e.trace if each.name.startswith("gathers")} == {"rank 0", "rank 1"}
 
 
 def test_time_by_hand(e: Explanation) -> None:
