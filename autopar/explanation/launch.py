@@ -213,9 +213,8 @@ def _comments(e: Explanation) -> Iterator[str]:
         decides.append(f"which parameters the host stores (here {count:,})")
     if e.plan.loss_tile_bytes is not None:
         decides.append("whether the loss runs in tiles (here it does)")
-    if rest.pins or decides:
-        also = f", and so decides {' and '.join(decides)}" if decides else ""
-        yield f"this call searches the layouts again{also}; --save {PLAN_FILE} saves them, for a model with these names"
+    also = f", and so decides {' and '.join(decides)}" if decides else ""
+    yield f"this call searches the layouts again{also}; --save {PLAN_FILE} saves them, for a model with these names"
 
 
 def _recipe(recipe: str, axes: Sequence[str]) -> str:

@@ -127,8 +127,9 @@ class FitSheet:
         yield _remedy_table(fit)
         yield Text()
         yield Text(
-            f"`autopar explain {self.target} ...` with what stands under a change shows such a plan whole. Where this "
-            "leaves something open, its search may find a faster one.",
+            "`autopar explain` with the options of this question and those under a change shows such a plan whole; a "
+            f"name there takes the place of {self.target}. Where they leave something open, its search may find a "
+            "faster plan.",
             style="dim",
         )
 
@@ -137,7 +138,7 @@ def _remedy_table(fit: Fit) -> Table:
     """A table of the changes, each with memory, step time, and the change of time and money for the same tokens."""
     title = "What else would fit" if fit.fits else "What would make it fit"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    names = ["change", "then", "memory", "step", "price", *(["money"] if fit.prices else [])]
+    names = ["change", "then", "memory", "step", "same tokens", *(["money"] if fit.prices else [])]
     for name in names:
         right = name not in ("change", "then")
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
