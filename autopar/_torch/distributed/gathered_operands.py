@@ -68,14 +68,14 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], unread: 
     def whole_of(x: DTensor) -> Tensor:
         if id(x) not in wholes:
             wholes[id(x)] = (
-                _room(x) if any(x is each for each in unread) else _gathered(x, copies=op._schema.is_mutable)
+                room_like(x) if any(x is each for each in unread) else _gathered(x, copies=op._schema.is_mutable)
             )
             parts[id(wholes[id(x)])] = x
         return wholes[id(x)]
 
     found = op(*tree_map_only(DTensor, whole_of, args), **tree_map_only(DTensor, whole_of, kwargs))
-    if op._schema.is_mutable:  # an operand that is not written gets what it has
-        for x in parts.values():
+    for x in written(op, args, kwargs):  # no others: they may share memory with one that is written
+        if isinstance(x, DTensor):
             x._local_tensor.copy_(cut_like(wholes[id(x)], x)._local_tensor)
     mesh = next(iter(parts.values())).device_mesh
 
@@ -87,10 +87,23 @@ def on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], unread: 
     return tree_map_only(Tensor, result_of, found)
 
 
-def _room(x: DTensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x._local_tensor.device)
+def written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes; those in a list are one argument each."""
+    named = {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
+    names = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return tree_leaves([named.get(each) for each in names])
+
+
+def room_like(x: DTensor) -> Tensor:
+    """An empty whole tensor with the strides of a DTensor, in whose order numbers are drawn."""
+    return torch.empty_like(_of_no_values(x), device=x._local_tensor.device)
+
+
+def _of_no_values(x: DTensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _gathered(x: DTensor, *, copies: bool) -> Tensor:
     whole = x.redistribute(x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
-    return whole.clone() if copies else whole
+    is_ordered = whole.stride() == torch.empty_like(_of_no_values(x)).stride()
+    return whole if is_ordered and not copies else room_like(x).copy_(whole)

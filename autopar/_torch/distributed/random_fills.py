@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar._torch.distributed.dtensors import as_torch_does, handlers
-from autopar._torch.distributed.gathered_operands import on_whole
+from autopar._torch.distributed.gathered_operands import on_whole, room_like, written
 from autopar._torch.distributed.owned import cut_like
 from autopar._torch.pytree import tree_leaves, tree_map_only
 
@@ -79,7 +79,7 @@ def _filled_whole(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(tensor, DTensor) or tensor.is_meta:
             return fill(tensor, *args, **kwargs)
-        whole = fill(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+        whole = fill(room_like(tensor), *args, **kwargs)
         with torch.no_grad():
             return tensor.copy_(cut_like(whole, tensor))
 
@@ -109,6 +109,4 @@ def _unread(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[A
         return [args[0], kwargs.get("out")]
     if name == "rrelu_with_noise_":
         return []
-    named = {**dict(zip((each.name for each in op._schema.arguments), args, strict=False)), **kwargs}
-    written = [each.name for each in op._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [named.get(each) for each in written]
+    return written(op, args, kwargs)

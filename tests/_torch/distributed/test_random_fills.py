@@ -63,6 +63,10 @@ def test_what_is_drawn_beside_a_dtensor_is_what_is_drawn_beside_a_plain_tensor(g
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bernoulli of its own memory": lambda x: x.detach().bernoulli_(x.detach()),
+    "transposed": lambda x: x.t().uniform_().t(),
+    "bernoulli of a transposed": lambda x: torch.bernoulli(x.t()),
+    "normal_ of rows that are spread": lambda x: x.t().contiguous().t().normal_(),
     "bernoulli of an out": lambda x: torch.bernoulli(x, out=torch.empty_like(x)),
     "bernoulli of a tensor": lambda x: x.clone().bernoulli_(torch.full((4, 6), 0.3)),
     "binomial": lambda x: torch.binomial(torch.full((4, 6), 9.0), x),
