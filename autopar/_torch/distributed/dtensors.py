@@ -190,7 +190,7 @@ def handlers() -> dict[Any, Any]:
 
 
 def as_torch_does(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operator of `handlers` without its function."""
+    """Calls an operator as torch does, without the function that `handlers` has for it."""
     handler = handlers().pop(op, None)  # None where another thread is here, too
     try:
         return op(*args, **kwargs)

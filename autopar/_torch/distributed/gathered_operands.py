@@ -52,7 +52,10 @@ def gather_operands() -> None:
 
 
 def _view(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A view of a shard that is a part of the columns of a buffer, or of what one rank owns, needs the whole."""
+    """Views a DTensor on its whole values where its shard has gaps in memory, or where one rank owns all of it.
+
+    Elsewhere torch views the shard itself.
+    """
     x: DTensor = args[0]
     has_gaps = x.is_contiguous() and not x._local_tensor.is_contiguous()
     if has_gaps or any(isinstance(placement, Owned) for placement in x.placements):
@@ -61,7 +64,7 @@ def _view(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def on_whole(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], unread: Sequence[Any] = ()) -> Any:
-    """Runs an operator on whole operands; those in `unread` it fills, so that they are not gathered."""
+    """Runs an operator on gathered operands. It fills the operands in `unread`, so that these are not gathered."""
     wholes: dict[int, Tensor] = {}
     parts: dict[int, DTensor] = {}
 

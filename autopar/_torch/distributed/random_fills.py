@@ -103,7 +103,7 @@ def _drawn(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _unread(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors of which an operator needs the shape alone, as it fills them or one like them."""
+    """The tensors whose values an operator does not read, because it fills them or a tensor of their shape."""
     name = op._schema.name.removeprefix("aten::")
     if name.endswith("_like"):
         return [args[0], kwargs.get("out")]

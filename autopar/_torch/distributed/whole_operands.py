@@ -97,7 +97,7 @@ def _write(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Of a sum that is still to be taken torch would fill every term, so that the sum is a multiple of the value."""
+    """Fills a DTensor. torch would fill each term of a partial sum, and so give a multiple of the value."""
     if any(placement.is_partial() for placement in args[0].placements):
         return on_whole(op, args, kwargs, args[:1])
     return as_torch_does(op, args, kwargs)
